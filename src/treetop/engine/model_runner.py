@@ -37,6 +37,10 @@ Prefix = tuple[Tensor, Tensor, int]
 """(rows, extent, bound) of a phase, as in `AttentionMetadata`."""
 
 
+FEW_TOKENS = 128
+"""Tokens of which a product takes about as long as of one, its weights': to leave some out is a launch and no gain."""
+
+
 @dataclass(frozen=True, slots=True)
 class TargetInput:
     """What the target's forward of a phase is given.
@@ -213,15 +217,17 @@ class ModelRunner:
                 slots = slots_of(table, paths.rows, paths.positions, paths.kept, page_size)
                 _check_committed(pool, want, slots, page_size)
 
-    def extension(self, rows: Tensor, last: Tensor, lines: int | None = None) -> Extension:
-        """What a draft extend is asked. rows, last: [rows] int64. lines: the first ones, whose states are read; None
-        for all.
+    def extension(self, rows: Tensor, last: Tensor, n: int, lines: int | None = None) -> Extension:
+        """What a draft extend of n tokens a row is asked. rows, last: [rows] int64. lines: the first ones, whose states
+        are read; None for all.
 
-        All states are made where adapters' products know the rows of all tokens, and of several ranks.
+        The states of all tokens are made of few, of which products take as long as of less; where adapters' products
+        know the rows of all; and of several ranks.
         """
-        text = self.state.text
-        whole = self.draft_adapters is not None or not self.ops.parallel.size == self.ops.expert_ranks.size == 1
-        asked = Extension(rows, last, alone=None if whole else LastTokens(last[:lines], self.ops))
+        text, ops = self.state.text, self.ops
+        whole = self.draft_adapters is not None or not ops.parallel.size == ops.expert_ranks.size == 1
+        alone = None if whole or len(rows) * n <= FEW_TOKENS else LastTokens(last[:lines], ops)
+        asked = Extension(rows, last, alone=alone)
         return asked if text is None else replace(asked, text=text.tokens, past=text.past, owners=text.owners)
 
     def drawn_at(self, rows: Tensor) -> RoundOfRows:

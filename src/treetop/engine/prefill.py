@@ -259,7 +259,8 @@ def _read_by_draft(
     attend = _attention(runner, runner.draft_layers, runner.draft_groups, read, of_draft)
     nothing = output.hidden.new_empty((*batch.tokens.shape, 0))  # a drafter may read none
     aux_hidden = torch.cat([stream[:count] for stream in (nothing, *output.aux_hidden)], dim=-1)
-    at = runner.extension(rows, last, proposing if proposes else 1)  # whose text a line has, if it ends no prompt, too
+    # A line has the text of its row, if it ends no prompt, too.
+    at = runner.extension(rows, last, tokens.shape[1], proposing if proposes else 1)
     runner.select_for_draft(rows, shifted.shape[1])
     assert runner.drafter is not None
     extended = runner.drafter.extend(shifted, aux_hidden, positions, at, attend)[:proposing]

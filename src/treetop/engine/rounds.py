@@ -276,7 +276,7 @@ def _extended(runner: ModelRunner, key: RoundKey, pairs: ExtendPairs, paths: Pat
         plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, pairs.positions, pairs.positions, causal))
     columns = TailColumns(key.bucket, 0, width, width)
     attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns, key.shape)
-    at = runner.extension(paths.rows, pairs.last)
+    at = runner.extension(paths.rows, pairs.last, width)
     runner.select_for_draft(paths.rows, width)
     draft_state = runner.drafter.extend(pairs.tokens, pairs.aux_hidden, pairs.positions, at, attend)
     runner.commit(buffers.extend_tails, paths)
