@@ -79,7 +79,7 @@ class OnePlane:
     def norm(self, x, name):
         return F.rms_norm(x, x.shape[-1:], self.weights[name], self.config.norm_eps)
 
-    def forward(self, tokens, positions, attend, tells_experts=False):
+    def forward(self, tokens, positions, attend, tells_experts=False, last=None):
         x = F.embedding(tokens, self.embedding)
         states, angles = [x], self.rope.at(positions)
         for i, layer in enumerate(self.config.layers):
@@ -89,7 +89,8 @@ class OnePlane:
             values = torch.einsum("rnhc,hvc->rnhv", seen, self.weights[f"{i}.to_value"].view(HEADS, VALUE, RANK))
             x = x + values.flatten(2) @ self.weights[f"{i}.output"].T
             states.append(x)
-        return TargetOutput(self.norm(x, "norm"), tuple(states[i] for i in self.aux_inputs))
+        hidden = self.norm(x, "norm")
+        return TargetOutput(hidden if last is None else last.of(hidden), tuple(states[i] for i in self.aux_inputs))
 
     def project(self, i, normed, angles):
         """Queries [rows, n, HEADS, RANK + TURNED] and the plane [rows, n, 1, 1, RANK + TURNED]."""

@@ -128,13 +128,14 @@ class TinyRecurrent:
         self._piece = piece_of(self.lm_head, self.embedding.shape[0], config.vocab_size, ops.parallel)
         self.products = [*(product for layer in self.layers for product in layer.products), self.lm_head]
 
-    def forward(self, tokens, positions, attend, tells_experts=False):
+    def forward(self, tokens, positions, attend, tells_experts=False, last=None):
         x, turn, streams = self._embed(tokens), rotary_at(self._rope, positions, self._ops), {}
         for i, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
             streams[i] = x
             x = self._ops.add(x, layer(norm(x), turn, attend))
         streams[len(self.layers)], streams[LAST_HIDDEN] = x, self.norm(x)
-        return TargetOutput(streams[LAST_HIDDEN], tuple(streams[i] for i in self.aux_inputs))
+        hidden = streams[LAST_HIDDEN] if last is None else last.of(streams[LAST_HIDDEN])
+        return TargetOutput(hidden, tuple(streams[i] for i in self.aux_inputs))
 
     def piece(self, hidden):
         return self._piece(hidden)
