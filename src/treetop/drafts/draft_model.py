@@ -36,9 +36,8 @@ from treetop.drafts.shared_words import SharedWords
 from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.models.config import AttentionSpec, ModelConfig
-from treetop.models.last_tokens import LastTokens
 from treetop.models.registry import TargetSpec, target_spec
-from treetop.models.target import Target
+from treetop.models.target import LastTokens, Target
 from treetop.types.errors import CheckpointError
 from treetop.weights.held import Weights
 

@@ -41,9 +41,8 @@ from treetop.models.config import AttentionSpec, ModelConfig, model_config, read
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import part_of, whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
-from treetop.models.last_tokens import LastTokens
 from treetop.models.layers import GatedMLP, RMSNorm, norm_param, rotary_at
-from treetop.models.target import LAST_HIDDEN, Target
+from treetop.models.target import LAST_HIDDEN, LastTokens, Target
 from treetop.weights.format import CheckpointTensor
 from treetop.weights.held import Weights
 

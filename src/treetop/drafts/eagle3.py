@@ -36,9 +36,8 @@ from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
-from treetop.models.last_tokens import LastTokens
 from treetop.models.layers import GatedMLP, RMSNorm, norm_param, rotary_at
-from treetop.models.target import Target
+from treetop.models.target import LastTokens, Target
 from treetop.types.config import Recurrence
 from treetop.weights.format import CheckpointTensor
 from treetop.weights.held import Weights

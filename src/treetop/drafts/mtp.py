@@ -51,9 +51,8 @@ from treetop.models.config import (
 from treetop.models.decoder import DecoderLayer, decoder_params
 from treetop.models.embedding import whole_table
 from treetop.models.experts import live_rows
-from treetop.models.last_tokens import LastTokens
 from treetop.models.layers import NoNorm, RMSNorm, norm_param, rotary_at
-from treetop.models.target import LAST_HIDDEN, Target
+from treetop.models.target import LAST_HIDDEN, LastTokens, Target
 from treetop.types.config import Recurrence
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.format import CheckpointTensor

@@ -15,8 +15,7 @@ from treetop.kernels.table import Ops
 from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.row_text import PastTexts
 from treetop.models.config import AttentionSpec
-from treetop.models.last_tokens import LastTokens
-from treetop.models.target import Target
+from treetop.models.target import LastTokens, Target
 from treetop.weights.format import Product
 from treetop.weights.held import Weights
 

@@ -23,8 +23,7 @@ from treetop.kernels.tree.calibration import InverseTemperature
 from treetop.kernels.tree.commit import Paths
 from treetop.kernels.tree.drawn import RoundOfRows
 from treetop.kernels.tree.rows import DraftState, store
-from treetop.models.last_tokens import LastTokens
-from treetop.models.target import Target, TargetOutput
+from treetop.models.target import LastTokens, Target, TargetOutput
 from treetop.speculative.simulation import Simulation
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName

@@ -18,8 +18,7 @@ from treetop.engine.routed_experts import keep_prompts
 from treetop.kernels.kv import slots_of
 from treetop.kernels.tree.rows import DraftState
 from treetop.kernels.tree.tree import root_tree
-from treetop.models.last_tokens import LastTokens
-from treetop.models.target import TargetOutput
+from treetop.models.target import LastTokens, TargetOutput
 from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.layout import KVGroup, num_blocks
 from treetop.types.messages import PrefillPlan

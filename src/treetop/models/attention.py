@@ -9,7 +9,6 @@ from treetop.attention.layer import Attend
 from treetop.checkpoints.params import Param
 from treetop.kernels.table import Ops
 from treetop.models.config import AbsentSpec, BothSpec, LinearSpec, Mixer
-from treetop.models.last_tokens import LastTokens
 from treetop.models.latent_attention import LatentAttention, latent_params
 from treetop.models.layers import Rotary, SelfAttention, self_attention_params
 from treetop.models.linear_attention import LinearAttention, linear_params
@@ -19,6 +18,7 @@ from treetop.models.mixers.lightning import Lightning, lightning_params
 from treetop.models.mixers.mamba2 import Mamba2, mamba_params
 from treetop.models.mixers.recurrences import ConvSpec, KimiSpec, LightningSpec, MambaSpec
 from treetop.models.mixers.short_convolution import ShortConvolution, conv_params
+from treetop.models.target import LastTokens
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Product
 from treetop.weights.held import Weights

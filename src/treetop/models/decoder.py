@@ -18,7 +18,6 @@ from treetop.models.config import AbsentSpec, LayerSpec, ModelConfig
 from treetop.models.embedding import lookup, piece_of, rounded, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
-from treetop.models.last_tokens import LastTokens
 from treetop.models.layers import (
     GatedMLP,
     NoNorm,
@@ -37,7 +36,7 @@ from treetop.models.per_layer_embeddings import (
     per_layer_gate_params,
 )
 from treetop.models.shortcut import ShortcutMLP
-from treetop.models.target import LAST_HIDDEN, TargetOutput
+from treetop.models.target import LAST_HIDDEN, LastTokens, TargetOutput
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import CheckpointTensor, Linear, Product
 from treetop.weights.held import Weights

@@ -19,7 +19,7 @@ from treetop.kernels.moe.routes import ALL_LIVE, RoutedTokens
 from treetop.kernels.rope import RopeTable, head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec, ModelConfig, NormKind
-from treetop.models.last_tokens import LastTokens
+from treetop.models.target import LastTokens
 from treetop.types.parallel import Summed, taken
 from treetop.weights.format import CheckpointTensor, Product
 from treetop.weights.held import Weights

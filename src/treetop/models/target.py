@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.kernels.table import Ops
 from treetop.models.config import ModelConfig
-from treetop.models.last_tokens import LastTokens
 from treetop.weights.format import Linear, Product
 
 LAST_HIDDEN = -1
@@ -25,6 +26,26 @@ class TargetOutput:
     hidden: Tensor
     aux_hidden: tuple[Tensor, ...]
     experts: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """Of the first lines of a batch the token whose state is wanted; of the others none is. Once all K/V are written a
+    forward's last layer goes on with these alone.
+
+    columns: [lines] int64.
+    """
+
+    columns: Tensor
+    ops: Ops
+
+    def of(self, x: Tensor) -> Tensor:
+        """x: [rows, n, width]. Returns [lines, 1, width]."""
+        return self.ops.pick(x[: len(self.columns)], self.columns)[:, None]
+
+    def of_parts(self, parts: Tensor) -> Tensor:
+        """Of the parts of a sum. parts: [parts, rows, n, width]. Returns [parts, lines, 1, width]."""
+        return torch.stack([self.of(part) for part in parts])
 
 
 class Target(Protocol):
