@@ -193,7 +193,7 @@ def test_what_was_deferred_is_looked_up_too(strong_pair):
 def test_repetitive_text_is_accepted_in_longer_runs_than_by_a_head_alone():
     """The embedded pair on a sentence that comes again and again."""
     alone, both = (
-        LLM(context_length=512, **options).generate([SENTENCE], greedy(60))
+        LLM(context_length=512, **options).generate([SENTENCE], greedy(60, whole=True))
         for options in ({}, {**BESIDE, "dtype": "float32"})
     )
     assert tokens(alone) == tokens(both)

@@ -7,6 +7,7 @@ import torch
 
 from support.engines import accept_lens, build, greedy, sampled, submit, tokens
 from treetop.engine import model_runner
+from treetop.models.target import LastTokens
 
 SHAPE = (1, 3, 4)
 
@@ -79,3 +80,15 @@ def test_the_wrong_token_shows(strong_pair, monkeypatch, fault):
 
     monkeypatch.setattr("treetop.engine.prefill.LastTokens", wrong)
     assert tokens(build(strong_pair, None).generate(prompts, greedy(12))) != expected
+
+
+def test_what_is_picked_of_parts_and_of_masks(strong_pair):
+    """Of the first lines their columns, of each part of a sum; padding stays padding for experts."""
+    ops = build(strong_pair, None).engine.runner.ops
+    last = LastTokens(torch.tensor([2, 0]), ops)
+    parts = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
+    assert torch.equal(last.of(parts[0]), torch.stack([parts[0, 0, 2], parts[0, 1, 0]])[:, None])
+    assert torch.equal(last.of_parts(parts), torch.stack([last.of(part) for part in parts]))
+    live = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+    assert last.of_mask(live.flatten(), 4).tolist() == [True, False]
+    assert last.of_mask(None, 4) is None

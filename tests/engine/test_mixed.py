@@ -196,7 +196,7 @@ def test_what_cannot_be_mixed_is_refused(strong_pair):
 def test_costs_choose_what_is_mixed(mode, mixes):
     """`auto`: few nodes, and no longer beside a mixed step that was slower than both apart."""
     layout = LAYOUT
-    budget = PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None)
+    budget = PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None, shape=lambda: PLAIN)
     mixing, chain = MixedSteps(layout, mode, budget), SpecShape(1, 3, 4)
     assert not mixing.wanted(0, PLAIN)
     assert (mixing.wanted(32, chain), mixing.wanted(33, chain)) == mixes
@@ -218,7 +218,7 @@ def test_a_mixed_step_is_smaller_while_few_wait_and_keeps_to_the_gap():
     budget = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None, 1024), None, shape=lambda: SpecShape(1, 3, 4))
     assert [budget.tokens(32, 0, waiting, mixed=True) for waiting in (0, 16)] == [1024, 3072]
     assert budget.tokens(32, 0) == 2048
-    bounded = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None, 1024), 0.05)
+    bounded = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None, 1024), 0.05, shape=lambda: PLAIN)
     round, prefill = RoundPlan((), (), (Row(0),), PLAIN, 0, SamplingMode.GREEDY), chunk_of(1024)
     bounded.note(round, 0.005, False)
     bounded.note(MixedPlan(prefill, round), 0.030, False)

@@ -176,7 +176,7 @@ def test_costs_choose_whether_and_how_large():
     groups = (KVGroup(FULL, 1, paired(1, 8)),)
     sizes = (128, 256, 512, 1024)
     layout = Layout((PLAIN,), 16, 256, 4096, 8192, groups, 4096, mixed=True, prompt_sizes=sizes)
-    budget = PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None)
+    budget = PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None, shape=lambda: PLAIN)
     mixing = MixedSteps(layout, "auto", budget)
 
     def size(work, rows=32, choice=SamplingMode.GREEDY, waiting=1):
@@ -201,7 +201,9 @@ def test_costs_choose_whether_and_how_large():
     assert size(2000) == 128
     assert mixing.wanted(32, PLAIN)
     assert size(9000, rows=16) == 512, "of other rows"
-    fixed = MixedSteps(layout, "on", PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None, tokens=256))
+    fixed = MixedSteps(
+        layout, "on", PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None, tokens=256, shape=lambda: PLAIN)
+    )
     assert fixed.size(round_of_rows(32), 9, lambda enough: enough) == 256
 
 
@@ -216,7 +218,9 @@ def test_a_widened_round_has_a_shape_that_is_allowed_and_ready(mode, expected):
         prompt_sizes=(128, 256, 512, 1024),
     )  # fmt: skip
     assert tree in layout.shapes_at(layout.bucket_for(40))
-    mixing = MixedSteps(layout, mode, PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None))
+    mixing = MixedSteps(
+        layout, mode, PrefillBudget(layout, PrefillCosts(512, 2048, None, 1024), None, shape=lambda: PLAIN)
+    )
     rounds = [
         replace(round_of_rows(rows), shape=shape) for rows, shape in ((40, PLAIN), (40, tree), (32, tree), (16, tree))
     ]

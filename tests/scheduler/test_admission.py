@@ -86,9 +86,9 @@ def test_a_step_is_as_large_whoever_waits():
     assert budget.tokens(256, 0, 1000) == 4096
     assert budget.tokens(0, 0, 1000) == 8192
     assert [budget.tokens(64, 0, waiting, mixed=True) for waiting in (0, 1, 4, 1000)] == [1024, 1280, 2048, 8192]
-    asked = PrefillBudget(layout, PrefillCosts(512, 2048, None), None, 700)
+    asked = PrefillBudget(layout, PrefillCosts(512, 2048, None), None, 700, shape=lambda: PLAIN)
     assert asked.tokens(64, 0, 1000) == 700
-    gaps = PrefillBudget(layout, PrefillCosts(512, 2048, None), 0.05)
+    gaps = PrefillBudget(layout, PrefillCosts(512, 2048, None), 0.05, shape=lambda: PLAIN)
     assert gaps.tokens(64, 0, 1000) == gaps.tokens(64, 0)
     assert not budget.goes_on(256, 6000)
     for policy.shape in (chain, PLAIN):

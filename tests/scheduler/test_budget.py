@@ -13,7 +13,7 @@ LAYOUT = Layout((PLAIN,), 16, 256, 40_000, 8192, (KVGroup(FULL, 1, paired(1, 8))
 
 
 def learned(gap_ms=50.0, tokens=None, attended=None, prefill_s=lambda n: 0.004 + n / 40_000, round_s=0.005):
-    budget = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, attended), gap_ms / 1000, tokens)
+    budget = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, attended), gap_ms / 1000, tokens, shape=lambda: PLAIN)
     for _ in range(5):
         for work in (512, 1024, 2048, 8192):
             budget.prefills.note(work, prefill_s(work))
@@ -104,7 +104,7 @@ def test_small_prompts_wait_for_each_other_as_long_as_they_cost_others():
 def test_a_round_whose_end_is_seen_late_is_no_measure_and_the_step_behind_it_took_longer():
     """A round of 5 ms whose end the host saw after 15, for it was launching a prefill step of 25 ms: with 15 ms left of
     that, both took 30."""
-    budget = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None), 0.05)
+    budget = PrefillBudget(LAYOUT, PrefillCosts(512, 2048, None), 0.05, shape=lambda: PLAIN)
     chunk = Chunk(Row(0), 0, (1,) * 1000, None)
     step = PrefillPlan((), (), (), (chunk,), SamplingMode.GREEDY)
     round = RoundPlan((), (), (Row(0),), PLAIN, 1, SamplingMode.GREEDY)

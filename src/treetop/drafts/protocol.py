@@ -71,7 +71,7 @@ class Extension:
 
     rows: [rows] int64, in the tables.
     last: [rows] int64, the column whose state is wanted.
-    alone: those of them that are read, if layers may leave the others out; else all are made.
+    alone: the first of them, which are read, if layers may leave the others out; else all are made.
     text: of all rows, [num_rows, width] int32, known up to the token of that column; None unless the spec reads it.
     past: texts that rows held before, of which a row sees those of its own owner; None where none are kept.
     owners: of all rows, [num_rows] int64, beside `past`.
@@ -184,7 +184,8 @@ class Drafter(Grower, Protocol):
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """tokens, positions: [rows, n] int64, the pairs' second tokens and their slots. aux_hidden: [rows, n, width],
-        the target's states of `aux_inputs` side by side. Returns the states of columns `at.last`, [rows, state_size].
+        the target's states of `aux_inputs` side by side. Returns the states of columns `at.last`, [rows, state_size],
+        or of the first rows, those that `at.alone` has.
         """
 
 

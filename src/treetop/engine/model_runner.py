@@ -37,7 +37,8 @@ Prefix = tuple[Tensor, Tensor, int]
 
 
 FEW_TOKENS = 128
-"""Tokens of which a product takes about as long as of one, its weights': to leave some out is a launch and no gain."""
+"""Tokens of an extend of which a product takes about as long as of one, its weights': to leave some out is a launch
+more in every round of few rows, and no gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +221,11 @@ class ModelRunner:
         """What a draft extend of n tokens a row is asked. rows, last: [rows] int64. lines: the first ones, whose states
         are read; None for all.
 
-        The states of all tokens are made of few, of which products take as long as of less; where adapters' products
-        know the rows of all; and of several ranks.
+        All states are made of few tokens, for products take as long of fewer; with adapters, whose products know the
+        rows of all tokens; and where several ranks share a forward.
         """
-        text, ops = self.state.text, self.ops
-        whole = self.draft_adapters is not None or not ops.parallel.size == ops.expert_ranks.size == 1
-        alone = None if whole or len(rows) * n <= FEW_TOKENS else LastTokens(last[:lines], ops)
+        text, whole = self.state.text, self.draft_adapters is not None or not self.ops.alone
+        alone = None if whole or len(rows) * n <= FEW_TOKENS else LastTokens(last[:lines], self.ops)
         asked = Extension(rows, last, alone=alone)
         return asked if text is None else replace(asked, text=text.tokens, past=text.past, owners=text.owners)
 

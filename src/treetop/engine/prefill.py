@@ -194,7 +194,7 @@ def begin_prefill(runner: ModelRunner, batch: PrefillBatch) -> BegunPrefill:
 
 
 def _last_alone(runner: ModelRunner, begun: BegunPrefill) -> LastTokens | None:
-    """Whose last hidden state is read: of one line where no prompt ends, for a forward gives some. None for all, as
+    """Whose last hidden state is read; where no prompt ends one line stands in, and nobody reads it. None for all, as
     where log-probabilities of prompts or their experts are told, or adapters' products know the rows of all tokens.
     """
     if begun.batch.prompt is not None or runner.layout.experts is not None or runner.adapters is not None:

@@ -539,6 +539,11 @@ class Ops:
     pack = Op(kv_chunks.pack_reference, kv_chunks.pack, 0.0, on_a_gpu, (kv_chunks._move_kernel,))
     unpack = Op(kv_chunks.unpack_reference, kv_chunks.unpack, 0.0, on_a_gpu, (kv_chunks._move_kernel,))
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank takes part in a forward."""
+        return self.parallel.size == self.expert_ranks.size == 1
+
     def __init__(
         self, context: OpContext, parallel: Parallel = SINGLE_RANK, expert_ranks: Parallel = SINGLE_RANK
     ) -> None:

@@ -1,6 +1,7 @@
 """A decoder of layers described by data: Llama, Qwen3, and what else differs from them in data only."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -98,7 +99,8 @@ class DecoderLayer:
         """
         given = mixed(self.attention, normed, rotary, attend, last) if self._mixes else None
         if last is not None:
-            x, normed, tokens = last.of(x), last.of(normed) if self._reads_normed else normed, ALL_LIVE
+            tokens = replace(tokens, live=last.of_mask(tokens.live, x.shape[1]))
+            x, normed = last.of(x), last.of(normed) if self._reads_normed else normed
         if given is None:
             return x, self._added(self.mlp(normed, tokens, x), self.mlp_output_norm, x.dtype, self._mlp_scale)
         added = self._added(given, self.attention_output_norm, x.dtype, self._scale)
@@ -173,7 +175,7 @@ class Decoder:
         # Not where more is read of the last layer, nor of several ranks, which exchange what all tokens give.
         self._may_leave_early = (
             not {LAST_HIDDEN, len(self.layers)} & {*aux_inputs}
-            and ops.parallel.size == ops.expert_ranks.size == 1
+            and ops.alone
             and config.per_layer_embeddings is None
             and all(layer.shortcut is None for layer in self.layers)
         )

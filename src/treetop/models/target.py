@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
@@ -45,7 +44,12 @@ class LastTokens:
 
     def of_parts(self, parts: Tensor) -> Tensor:
         """Of the parts of a sum. parts: [parts, rows, n, width]. Returns [parts, lines, 1, width]."""
-        return torch.stack([self.of(part) for part in parts])
+        count, lines = len(parts), len(self.columns)
+        return self.ops.pick(parts[:, :lines].flatten(0, 1), self.columns.repeat(count)).view(count, lines, 1, -1)
+
+    def of_mask(self, live: Tensor | None, n: int) -> Tensor | None:
+        """Which lines have a token that is no padding, [lines] bool, or None. live: [rows * n] bool of all, or None."""
+        return None if live is None else live.view(-1, n)[: len(self.columns)].any(dim=1)
 
 
 class Target(Protocol):

@@ -13,7 +13,7 @@ from math import log
 from statistics import median
 from typing import NamedTuple
 
-from treetop.types.layout import PLAIN, Layout, PrefillCosts, SpecShape
+from treetop.types.layout import Layout, PrefillCosts, SpecShape
 from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan, prefill_of
 
 _REMEMBERED = 64
@@ -90,10 +90,11 @@ class PrefillBudget:
         prefill_costs: PrefillCosts,
         target_gap_s: float | None,
         tokens: int | None = None,
-        shape: Callable[[], SpecShape] = lambda: PLAIN,
+        *,
+        shape: Callable[[], SpecShape],
     ) -> None:
         """target_gap_s: between two tokens of a stream, 0 for no bound, None for steps of a size that is not learned.
-        tokens: of every step beside rounds, instead of either. shape: of rounds as they run now.
+        tokens: of every step beside rounds, instead of either. shape: of the last round.
         """
         self._layout, self._prefill_costs, self._shape = layout, prefill_costs, shape
         self._target_gap_s, self._tokens = target_gap_s, tokens

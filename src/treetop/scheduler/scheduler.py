@@ -117,7 +117,7 @@ class Scheduler:
         prefill_costs = prefill_costs or PrefillCosts(layout.chunk, layout.chunk, None)
         target_gap_s = None if config.target_gap_ms is None else config.target_gap_ms / 1000
         self._budget = PrefillBudget(
-            layout, prefill_costs, target_gap_s, config.prefill_tokens_per_round, lambda: self.policy.shape
+            layout, prefill_costs, target_gap_s, config.prefill_tokens_per_round, shape=lambda: self._last_shape
         )
         self.mixing = MixedSteps(layout, config.mixed_chunk, self._budget)
         self._lengths, self._agree_on_shape = RequestLengths(keep_lengths), agree_on_shape
@@ -126,6 +126,7 @@ class Scheduler:
             if costs is None
             else AdaptiveShape(costs, layout, head, keep_head, self._lengths.read_per_token)
         )
+        self._last_shape = self.policy.shape
         if isinstance(self.policy, AdaptiveShape):
             log.info("%s", self.policy.expectation())
         self.adapters = AdapterBooks(config.adapters, config.num_lora_slots, config.most_loras, digest_of)
@@ -427,7 +428,8 @@ class Scheduler:
     def _choose_shape(
         self, lengths: Sequence[int], speculating: Sequence[int], deferred: int, drafting: int
     ) -> SpecShape:
-        return self._agree_on_shape(self.policy.choose(lengths, speculating, deferred, drafting))
+        self._last_shape = self._agree_on_shape(self.policy.choose(lengths, speculating, deferred, drafting))
+        return self._last_shape
 
     def _send(self, plan: StepPlan) -> None:
         self.steps.send(plan, [self.rows.by_row[row] for row in plan.rows])

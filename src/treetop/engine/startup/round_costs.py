@@ -29,7 +29,7 @@ from treetop.types.errors import CheckError, ConfigError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import SamplingMode
 
-_VERSION = 5
+_VERSION = 6
 """Of what is measured, and how."""
 _REPEATS = 3
 """Turns of all rounds, of which the fastest counts; one more before them warms up."""
